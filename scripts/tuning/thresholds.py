@@ -200,7 +200,8 @@ DECODING = (
         levels=AVX512) for name in ("full_panel_rows", "full_panel_rows_zen4", "full_panel_rows_zen5")),
     *(Threshold(name, "keys from which on more than 8 rows are decoded", (1, 33, 64, 128, 256), tuple(
         _token_heads(problem) for keys in (48, 96, 192) for problem in _decoding((16,), keys, BOTH, 96)),
-        levels=("avx2", *AVX512, *AMX)) for name in ("kMinKeysOfManyRows", "kMinKeysOfManyRowsZen5")),
+        levels=("avx2", *AVX512, *AMX)) for name in
+        ("min_keys_of_many_rows", "min_keys_of_many_rows_16", "min_keys_of_many_rows_zen5")),
     Threshold("kMinKeysOfTwoPasses", "keys from which on more rows than a tile has are decoded",
         (512, 1024, 2048, 4096, 8192), tuple(_token_heads(problem) for keys in (768, 1536, 3072, 6144)
         for problem in _decoding((4,), keys, (BFLOAT,), 256)), levels=AMX),

@@ -162,8 +162,10 @@ bool fills_panel(const Attention& a) {
 }
 // The number of keys from which on more than kFewDecodeRows rows are decoded.
 int64_t min_keys_of_many_rows(const Attention& a) {
-  if (a.format || fills_zen5_panel(a)) return kMinKeysOfManyRows;
-  return threshold(kMinKeysOfManyRows, kZen5, kMinKeysOfManyRowsZen5);
+  if (a.format || fills_zen5_panel(a)) return kTuning.min_keys_of_many_rows;
+  const bool wide = a.dtype == kFloat32;
+  const int64_t others = wide ? kTuning.min_keys_of_many_rows : kTuning.min_keys_of_many_rows_16;
+  return threshold(others, kZen5, kTuning.min_keys_of_many_rows_zen5);
 }
 template <class Half>
 bool can_decode(const Attention& a) {

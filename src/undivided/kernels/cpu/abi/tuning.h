@@ -210,11 +210,9 @@ struct ChunkLimits {
 // tune-cpu: kOneHead.min_bytes, kOneHead.max_keys, kAllHeads.min_bytes, kAllHeads.max_keys
 // set by: the number of threads to keep busy (chunks)
 constexpr ChunkLimits kOneHead = {64, 256 << 10, 1024}, kAllHeads = {32, 512 << 10, 512};
-// More than kFewDecodeRows rows per key/value head are decoded if there are at least kMinKeysOfManyRows keys; on Zen 5
-// kMinKeysOfManyRowsZen5, except of quantised keys, and of bf16 from full_panel_rows_zen5 rows on.
-// tune-cpu: kMinKeysOfManyRows, kMinKeysOfManyRowsZen5
-// set by: the rows of one pass (kFewDecodeRows)
-constexpr int64_t kMinKeysOfManyRows = 128, kMinKeysOfManyRowsZen5 = 33, kFewDecodeRows = 8;
+// The rows of one pass of decoding (kRowsPerPass), at most.
+// set by: the registers
+constexpr int64_t kFewDecodeRows = 8;
 // The same as max_decode_rows in the types of AMX's tiles: more than kTilePassRows rows, up to kMaxTileRows, take two
 // passes, and need kMinKeysOfTwoPasses keys; heads of more than kMaxTileColumns columns have at most kFewDecodeRows
 // rows. Time of prefill / time of decoding, Sapphire Rapids, bf16, heads of 64, 128 and 256:

@@ -74,7 +74,7 @@ struct Tuning {
   // tune-cpu: decode_prefetch, decode_prefetch_zen5
   int64_t decode_prefetch = 2, decode_prefetch_zen5 = 2;
   // The largest number of rows per key/value head that is decoded; with more rows, prefill is faster. See also
-  // kMinKeysOfManyRows. The rows take turns, 8 at a time, at the keys of a step. Time of prefill / time of decoding,
+  // min_keys_of_many_rows. The rows take turns, 8 at a time, at the keys of a step. Time of prefill / time of decoding,
   // Emerald Rapids:
   //                    8 sequences of 4k keys    512 keys, in the caches
   //             rows   bf16    fp32              bf16    fp32
@@ -86,6 +86,14 @@ struct Tuning {
   //             16     1.1     1.0               1.0     0.8
   // tune-cpu: max_decode_rows
   int64_t max_decode_rows = 12;
+  // More than kFewDecodeRows rows per key/value head are decoded if there are at least so many keys: _16 if the keys are
+  // bf16 or fp16; _zen5 on Zen 5, unless they are quantised, or bf16 with full_panel_rows_zen5 rows. Time of prefill /
+  // time of decoding at AVX2, 33 to 127 keys, in pages of 16 in brackets:
+  //   processor   rows       fp32                         bf16                         fp16
+  //   Zen 3       9 to 12    0.85 to 1.05 (1.05 to 1.2)   1.0 to 1.25 (1.15 to 1.35)   1.0 to 1.2 (1.15 to 1.3)
+  //   Zen 5       12         0.97 to 1.1                  1.05 to 1.25                 1.15 to 1.35
+  // tune-cpu: min_keys_of_many_rows, min_keys_of_many_rows_16, min_keys_of_many_rows_zen5
+  int64_t min_keys_of_many_rows = 128, min_keys_of_many_rows_16 = 33, min_keys_of_many_rows_zen5 = 33;
   // From full_panel_rows rows per key/value head on, up to kLanes, prefill is faster: they fill a panel. Not for
   // quantised keys, nor for fp32 heads of up to kMaxDecodedPanel numbers. Time of decoding / time of prefill:
   //   processor        rows        keys                                   ratio
@@ -131,6 +139,7 @@ constexpr Tuning avx512() {
   t.min_copy_panels_of_v = 4, t.two_panel_bytes = INT64_MAX;
   t.max_row_major_keys = 128;
   t.max_decode_rows = 20;
+  t.min_keys_of_many_rows_16 = 128;
   t.full_panel_rows_zen4 = 13;
   t.decode_prefetch_zen5 = 3;
   t.decode_step_bytes_zen5 = 256 << 10;
