@@ -291,7 +291,7 @@ def explain(
     machine, device = _machine_and_device(machine, q)
     context = None if context_parallel is None else _checked_context(context_parallel)
     if dtensors.has_dtensors(request):
-        request, _ = dtensors.local_request(request, None if context is None else context.process_groups())
+        request, _ = dtensors.local_request(request, None if context is None else context.groups_for_dtensors())
     if context is not None:
         return context.explain(request, machine, device)
     policy = current_policy(backend, deterministic, batch_invariant)

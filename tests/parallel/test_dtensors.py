@@ -295,6 +295,16 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         r"k must follow q, which shards its sequence there, got R over.*\n  HINT: DTensor.from_local\(context.shard\(k",
     ),
+    "unequal-parts-of-a-context": (
+        lambda m: attend(
+            m,
+            part(m, (4, 4, 4, 8), Shard(1), WHOLE),
+            part(m, (4, 4, 2, 8), Shard(1), WHOLE),
+            context_parallel=undivided.ContextParallel(m["data"]).bind(9),
+        ),
+        r"context_parallel must give every rank equally many tokens if q, k and v are DTensors, got \[.*\] tokens of q"
+        r"\n  HINT: pad the sequence",
+    ),
     "explain": (
         lambda m: undivided.explain(
             part(m, (4, 6, 2, 4), WHOLE, Shard(3)), *[part(m, (4, 6, 2, 8))] * 2, layout="bshd"

@@ -305,6 +305,29 @@ class ContextParallel(ShardedTokens):
         """
         return process_groups(self._group_axes())
 
+    def groups_for_dtensors(self) -> list[list[int]]:
+        """`process_groups`, if the ranks hold equally many tokens: the shards of a DTensor are equal.
+
+        Returns:
+            As `process_groups`.
+
+        Raises:
+            InputError: the bound placement gives ranks different numbers of tokens; on every rank.
+
+        >>> import undivided
+        >>> from undivided.context_parallel import simulate
+        >>> simulate(1, lambda group: undivided.ContextParallel(group).bind(8).groups_for_dtensors())
+        [[]]
+        """
+        owned = [] if self.bound is None else [(of, self.bound.rows(of)) for of in ("q", "kv")]
+        for of, rows_of_ranks in owned:
+            counts = [rows.numel() for rows in rows_of_ranks]
+            if len(set(counts)) > 1:
+                must = "give every rank equally many tokens if q, k and v are DTensors"
+                hint = "pad the sequence, or each document, to a multiple of 2 * ranks, or pass the local tensors"
+                raise InputError("context_parallel", must, f"{counts} tokens of {of}", hint=hint)
+        return self.process_groups()
+
     def page_ranks(self) -> RanksOfPages:
         """The ranks as owners of pages, for ``InferenceParams(context_parallel=)`` and `ContextPagedKVCache`.
 

@@ -38,8 +38,8 @@ class ContextParallelLike(Protocol):
     def explain(self, request: Request, machine: Machine, device: str | None) -> Decision:
         """The decision for this rank's largest piece of work."""
 
-    def process_groups(self) -> list[list[int]]:
-        """The global ranks of each of its groups."""
+    def groups_for_dtensors(self) -> list[list[int]]:
+        """The global ranks of each of its groups; InputError if ranks hold different numbers of tokens."""
 
 
 def attention(request: Request, switches: str | None = None) -> Output:
@@ -67,7 +67,7 @@ def context_attention(request: Request, context: ContextParallelLike) -> Output:
     """The result of a request over the ranks of a context."""
     if not has_dtensors(request):
         return context.attention(request)
-    local, part = local_request(request, context.process_groups())
+    local, part = local_request(request, context.groups_for_dtensors())
     return part.result(context.attention(local))
 
 
