@@ -149,6 +149,27 @@ def test_recomputed_attention_communicates_again() -> None:
     )
 
 
+@pytest.mark.parametrize(("format", "positions"), [("bshd", 24), ("thd", 11)])
+def test_every_rank_refuses_angles_of_too_few_positions(format: str, positions: int) -> None:
+    """Packed tokens had the angles of the last row; otherwise only the rank of the last tokens raised an error, and the
+    others waited for it."""
+    call = {"qkv_format": format, "attn_mask_type": "padding_causal"}
+    offsets = OFFSETS if format == "thd" else torch.tensor([0, 24], dtype=torch.int32)
+
+    def rank(group: SimulatedGroup) -> str:
+        layer = MultiheadAttention(32, 4, attention_dropout=0.0, **call)
+        cp = bound(group, "p2p", call)
+        layer.set_context_parallel_group(cp)
+        x = cp.shard(torch.randn((24, 32) if format == "thd" else (1, 24, 32)), format)  # type: ignore[arg-type]
+        assert layer(x, rotary_pos_emb=RotaryPositionEmbedding(8)(positions), cu_seqlens_q=offsets).shape == x.shape
+        with pytest.raises(undivided.InputError) as caught:
+            layer(x, rotary_pos_emb=RotaryPositionEmbedding(8)(positions - 1), cu_seqlens_q=offsets)
+        return str(caught.value).partition("\n")[0]
+
+    expected = f"rotary_pos_emb must have a row for each of {positions} positions, got {positions - 1}"
+    assert simulate(3, rank, timeout=30) == [expected] * 3
+
+
 def test_dropout_uses_one_seed_for_all_ranks() -> None:
     """The first rank draws it, so that the pattern is that of one process with the same seed."""
     call, x = CALLS["causal-bshd"], tokens(CALLS["causal-bshd"])

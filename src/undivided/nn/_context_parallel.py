@@ -15,6 +15,7 @@ from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.sharding import Side
 from undivided.errors import InputError
 from undivided.nn.arguments.formats import QKV, with_length
+from undivided.nn.rotary.checks import check_rows
 
 STRATEGIES = {"p2p": "ring", "all_gather": "all_gather", "a2a": "all_to_all", "a2a+p2p": "ring+all_to_all"}
 
@@ -49,16 +50,17 @@ def rank_freqs(
 ) -> Tensor:
     """The rows of freqs for this rank's tokens, one row per token."""
     length = layout.sizes(t.shape, format)[1]
-    rows = cp.placed(length, length, _documents(format, offsets, offsets)).rows(side)[cp.rank].to(freqs.device)
+    placement = cp.placed(length, length, _documents(format, offsets, offsets))
+    rows = placement.rows(side)[cp.rank].to(freqs.device)
     if rows.numel() != length:
         raise InputError("hidden_states", f"have rank {cp.rank}'s {rows.numel()} tokens", length)
+    positions = placement.length(side)  # of all ranks, which must not wait for one that refuses its own
     if format == "thd" and offsets is not None:
         starts = offsets.to(rows.device, torch.int64)
+        positions = int(starts.diff().max()) if starts.numel() > 1 else 0
         rows = rows - starts[(torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)]
         rows = rows.clamp(max=freqs.shape[0] - 1)  # rows of padding after the last sequence, which are unused
-    if rows.numel() and int(rows.max()) >= freqs.shape[0]:
-        must = f"have a row for every position (0 to {int(rows.max())})"
-        raise InputError("rotary_pos_emb", must, f"{freqs.shape[0]} rows")
+    check_rows(freqs, None, positions)
     return freqs.index_select(0, rows)
 
 
