@@ -163,7 +163,7 @@ def attention_factor(scaling: Scaling) -> float:
     values = scaling.values
     if values.get("attention_factor") is not None:
         return float(values["attention_factor"])
-    if scaling.kind == "longrope":  # LongRoPE, section 3.3
+    if scaling.kind == "longrope":  # the factor of Phi-3
         return math.sqrt(1 + math.log(values["factor"]) / math.log(values[_LENGTH]))
     if scaling.kind != "yarn":
         return 1.0
