@@ -95,13 +95,13 @@ def test_flex_on_the_cpu_takes_parameters_under_no_grad() -> None:
 
 
 def hiding_mask(name: str) -> masks.Mask:
-    """A mask of 40 rows and keys, of two key/value heads, that hides some keys from every row."""
-    dense = torch.rand(1, 4, 40, 40) < 0.5
+    """A mask of 48 rows and keys, of two key/value heads, that hides some keys from every row."""
+    dense = torch.rand(1, 4, 48, 48) < 0.5
     dense[..., 7] = False
     dense[:, 2:, :, 30] = False  # from both query heads of a key/value head
     return {
         "dense": masks.dense(dense),
-        "documents-dense": masks.documents([0, 12, 40]) & masks.dense(dense[:, :1]),
+        "documents-dense": masks.documents([0, 12, 48]) & masks.dense(dense[:, :1]),
         "predicate": masks.predicate(lambda b, h, i, j: j % 3 > 0),
         "prefix": masks.prefix(20),
     }[name]
@@ -115,8 +115,8 @@ def test_keys_that_a_mask_hides_from_every_row_may_be_nan_in_flex(name: str) -> 
     """Keys outside of all ranges alone were set to 0: those that a dense mask hides reached every row."""
     torch.manual_seed(0)
     mask, layout = hiding_mask(name), "thd" if "documents" in name else "bshd"
-    seen = mask.to_dense(1, 4, 40, 40).expand(1, 4, 40, 40).unflatten(1, (2, 2)).any(2).any(2)[0].T  # [Sk, N]
-    q, k, v = (torch.randn(40, heads, 8) for heads in (4, 2, 2))
+    seen = mask.to_dense(1, 4, 48, 48).expand(1, 4, 48, 48).unflatten(1, (2, 2)).any(2).any(2)[0].T  # [Sk, N]
+    q, k, v = (torch.randn(48, heads, 8) for heads in (4, 2, 2))
     k[~seen], v[~seen] = torch.nan, torch.nan
     assert k.isnan().any()
     inputs = [t if layout == "thd" else t[None] for t in (q, k, v)]

@@ -86,9 +86,9 @@ struct Tuning {
   //             16     1.1     1.0               1.0     0.8
   // tune-cpu: max_decode_rows
   int64_t max_decode_rows = 12;
-  // More than kFewDecodeRows rows per key/value head are decoded if there are at least so many keys: _16 if the keys are
-  // bf16 or fp16; _zen5 on Zen 5, unless they are quantised, or bf16 with full_panel_rows_zen5 rows. Time of prefill /
-  // time of decoding at AVX2, 33 to 127 keys, in pages of 16 in brackets:
+  // More than kFewDecodeRows rows per key/value head are decoded if there are at least so many keys: _16 if the keys
+  // are bf16 or fp16; _zen5 on Zen 5, unless they are quantised, or bf16 with full_panel_rows_zen5 rows. Time of
+  // prefill / time of decoding at AVX2, 33 to 127 keys, in pages of 16 in brackets:
   //   processor   rows       fp32                         bf16                         fp16
   //   Zen 3       9 to 12    0.85 to 1.05 (1.05 to 1.2)   1.0 to 1.25 (1.15 to 1.35)   1.0 to 1.2 (1.15 to 1.3)
   //   Zen 5       12         0.97 to 1.1                  1.05 to 1.25                 1.15 to 1.35
