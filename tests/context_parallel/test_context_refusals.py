@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import undivided
 from undivided import masks
+from undivided.context_parallel import simulate
 
 ORDERS = ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 2], [1, 0]])
 WRONG_ORDERS = ([[0, 1], [3, 2]], [[0, 3], [2, 1]], [[0, 3], [1, 2]])
@@ -91,3 +92,91 @@ def test_what_one_rank_refuses_is_an_error_on_all_at_once(of_two_ranks: list[lis
 
 def test_decoding_casts_under_autocast(of_two_ranks: list[list[Any]]) -> None:
     assert of_two_ranks[-1] == [[torch.bfloat16] * 2] * 2
+
+
+LAYER_ERRORS: dict[str, dict[str, Any]] = {
+    "width": {"hidden_states": torch.zeros(2, 4, 24)},
+    "dtype": {"hidden_states": torch.zeros(2, 4, 32, dtype=torch.float64)},
+    "no tensor": {"hidden_states": None},
+    "mask type": {"self_attn_mask_type": "casual"},
+    "window": {"window_size": (3,)},
+    "mask": {"self_attn_mask_type": "padding", "attention_mask": torch.zeros(2, 1, 1, 9, dtype=torch.bool)},
+    "offsets": {"self_attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 3, 99])},
+    "bias": {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": torch.zeros(1, 4, 4, 9)},
+    "bias type": {"core_attention_bias_type": "some_bias"},
+    "rotary": {"rotary_pos_emb": torch.zeros(8, 1, 1, 30)},
+    "unknown": {"self_attn_mask": "causal"},
+    "encoder_output": {"encoder_output": torch.zeros(2, 4, 32)},
+    "cache": {"inference_params": undivided.InferenceParams(2, 8, 4, 8, torch.float32)},
+}
+"""Arguments of a layer that it refuses before its attention."""
+
+
+def errors_of_layer(options: dict[str, Any], wrong: dict[str, Any], training: bool = False) -> list[str]:
+    """The error on each of three ranks, the last of which has wrong arguments, and "" for a later call of all ranks."""
+
+    def rank(group: Any) -> list[str]:
+        torch.manual_seed(0)
+        layer = undivided.TransformerLayer(32, 64, 4, attn_input_format="bshd", **options).train(training)
+        layer.set_context_parallel_group(undivided.ContextParallel(group))
+        right = {"hidden_states": torch.randn(2, 4, 32)}
+        if options:
+            right["encoder_output"] = torch.randn(2, 4, 32)
+        found = []
+        for arguments in (right | wrong if group.rank == 2 else right, right):
+            try:
+                layer(**arguments)
+                found.append("")
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    found, later = zip(*simulate(3, rank, timeout=20.0), strict=True)
+    assert later == ("",) * 3
+    return list(found)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", LAYER_ERRORS)
+def test_an_argument_that_a_layer_refuses_on_one_rank_is_an_error_on_all_at_once(name: str, training: bool) -> None:
+    """The other ranks waited for the timeout of the group; in training they exchange the dropout's seed first."""
+    *others, own = errors_of_layer({}, LAYER_ERRORS[name], training)
+    assert own.startswith(("InputError: ", "TypeError: "))
+    for text in others:
+        first_line = own.partition(": ")[2].splitlines()[0]
+        assert text.startswith(f"RankError: another rank refused its arguments: rank 2: {first_line}")
+
+
+CROSS_ERRORS: dict[str, dict[str, Any]] = {
+    "width": {"encoder_output": torch.zeros(2, 4, 24)},
+    "mask": {"enc_dec_attn_mask_type": "padding", "enc_dec_attn_mask": torch.zeros(2, 1, 1, 9, dtype=torch.bool)},
+    "offsets": {"enc_dec_attn_mask_type": "padding", "cu_seqlens_kv": torch.tensor([0, 3, 99])},
+}
+
+
+@pytest.mark.parametrize("drop_path", [0.0, 0.5])
+@pytest.mark.parametrize("name", CROSS_ERRORS)
+def test_an_argument_that_the_second_attention_refuses_is_an_error_on_all_ranks(name: str, drop_path: float) -> None:
+    options = {"layer_type": "decoder", "drop_path_rate": drop_path}
+    *others, own = errors_of_layer(options, CROSS_ERRORS[name], training=True)
+    assert own.startswith("InputError: ")
+    assert all(text.startswith("RankError: another rank refused its arguments: rank 2: ") for text in others)
+
+
+def test_an_error_after_the_last_attention_is_not_told() -> None:
+    """The other ranks may have ended their call: they would take it for another one."""
+
+    def rank(group: Any) -> bool:
+        torch.manual_seed(0)
+        layer = undivided.TransformerLayer(32, 64, 4, attn_input_format="bshd").eval()
+        cp = undivided.ContextParallel(group)
+        layer.set_context_parallel_group(cp)
+        if group.rank == 1:
+            layer.layernorm_mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                layer(torch.randn(2, 4, 32))
+        else:
+            layer(torch.randn(2, 4, 32))
+        return cp.seed() >= 0
+
+    assert simulate(2, rank, timeout=20.0) == [True, True]

@@ -85,6 +85,9 @@ def other_arguments(way: str) -> dict[str, str]:
     layer.self_attention.core_attention.attention_dropout = 0.1
     with torch.set_grad_enabled(not last):
         found["torch.is_grad_enabled()"] = refused(lambda: layer(x))
+    layer.self_attention.proj.requires_grad_(not last)
+    found["frozen parameters"] = refused(lambda: layer(x))
+    layer.self_attention.proj.requires_grad_()
     found["hidden_states"] = refused(lambda: layer(x.requires_grad_(last)))
     layer(x.detach().requires_grad_()).sum().backward()  # the next call works
     return found

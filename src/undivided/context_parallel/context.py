@@ -31,7 +31,13 @@ from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._sharded_tokens import ShardedTokens
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
 from undivided.context_parallel.exchange.collectives import CountingCommunicator, Traffic, process_groups
-from undivided.context_parallel.exchange.handshake import CALL, SharedArguments, agree_on_seed, prepare_on_all_ranks
+from undivided.context_parallel.exchange.handshake import (
+    CALL,
+    SharedArguments,
+    agree_on_seed,
+    prepare_on_all_ranks,
+    tell_of_error,
+)
 from undivided.context_parallel.exchange.values import check_not_recorded, with_values
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
@@ -140,6 +146,20 @@ class ContextParallel(ShardedTokens):
         check_not_recorded(())
         drawn = draw_number()
         return drawn if self._axes is None else agree_on_seed(self._axes, drawn)
+
+    def tell_of_error(self, error: Exception) -> None:
+        """Make the other ranks raise `RankError` in their next call, which this rank will not make, as layers do.
+
+        Args:
+            error: the reason, whose text the other ranks show.
+
+        >>> import undivided
+        >>> from undivided.context_parallel import simulate
+        >>> simulate(1, lambda group: undivided.ContextParallel(group).tell_of_error(ValueError("a wrong width")))
+        [None]
+        """
+        if self._axes is not None and self.check:
+            tell_of_error(self._axes, error)
 
     @outside_of_graphs
     @hidden_from_checkpoints

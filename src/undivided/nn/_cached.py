@@ -32,6 +32,7 @@ from undivided.nn.arguments.mask_types import (
     normalise_window,
 )
 from undivided.nn.arguments.sequences import SequenceArguments
+from undivided.nn.blocks.rank_calls import attending
 from undivided.nn.rotary.checks import check_rows
 
 
@@ -158,7 +159,8 @@ def attend(params: InferenceParams, layer: Any, inputs: QKV, mask: Mask, options
         must = f"have the dtype of the layer's keys ({k.dtype})"
         raise InputError("inference_params", must, params.dtype, hint=f"InferenceParams(..., dtype={k.dtype})")
     check_caller(params, layer.layer_number, layer)
-    out = params.attend(layer.layer_number, q, k, v, format, mask=mask, **options)
+    with attending(params.context_parallel):
+        out = params.attend(layer.layer_number, q, k, v, format, mask=mask, **options)
     note_caller(params, layer.layer_number, layer)
     assert isinstance(out, Tensor)
     return out

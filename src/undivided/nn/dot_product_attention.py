@@ -36,7 +36,7 @@ from undivided.nn.arguments.sequences import SequenceArguments
 from undivided.nn.arguments.tensor_parallel import checked_tensor_arguments
 from undivided.nn.blocks.divided import DividedModule
 from undivided.nn.blocks.module import local_parameter
-from undivided.nn.blocks.rank_calls import on_all_ranks
+from undivided.nn.blocks.rank_calls import attending, on_all_ranks
 from undivided.nn.blocks.tensor_ranks import dropout_seed
 
 
@@ -298,7 +298,8 @@ class DotProductAttention(DividedModule):
             mask = self._mask(arguments, full, attn_mask_type, window_size, bottom_right_diagonal, params)
             if params is not None:
                 return self._attend_cached(inputs, mask, scores, params)
-            return self._attend(inputs, mask, scores, checkpoint_core_attention)
+            with attending(self.context_parallel):
+                return self._attend(inputs, mask, scores, checkpoint_core_attention)
         except InputError as error:
             raise with_module_names(error) from None
 

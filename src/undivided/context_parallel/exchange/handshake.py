@@ -9,6 +9,7 @@ Nothing is cached between calls: a rank that skipped the check would leave the o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -101,6 +102,20 @@ def compare_ranks(
 
 
 @hidden_from_checkpoints
+def tell_of_error(axes: Sequence[Communicator], error: Exception) -> None:
+    """Make the other ranks raise `RankError` in the call that they compare next, which this rank will not make.
+
+    Args:
+        axes: of the mesh, the ring first.
+        error: why this rank will not make it; the other ranks show its text.
+    """
+    step = "the report of an error"
+    with contextlib.suppress(RankError):  # of a rank that does not answer: this rank's own error says more
+        _gather_numbers(axes, _REFUSED, _hash(""), step)
+        _gather_descriptions(axes, {}, error, step)
+
+
+@hidden_from_checkpoints
 def agree_on_seed(axes: Sequence[Communicator], seed: int) -> int:
     """The seed of rank 0.
 
@@ -142,15 +157,22 @@ def _raise_difference(
     axes: Sequence[Communicator], texts: Mapping[str, str], error: Exception | None, step: str
 ) -> NoReturn:
     """Exchange texts with the other ranks, which do the same, and raise the errors of `compare_ranks`."""
-    refusal = None if error is None else str(error)[:TEXT_BYTES]
-    described = {name: (_hash(text), text[:TEXT_BYTES]) for name, text in texts.items()}
-    answers = [json.loads(text) for text in _gather_texts(axes, json.dumps([refusal, described]), step)]
+    answers = _gather_descriptions(axes, texts, error, step)
     if error is not None:
         raise error
     refusals = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(answers) if text is not None]
     if refusals:
         raise RankError(f"another rank refused its arguments: {'; '.join(refusals)}")
     raise _difference([described for _, described in answers], _processes(axes))
+
+
+def _gather_descriptions(
+    axes: Sequence[Communicator], texts: Mapping[str, str], error: Exception | None, step: str
+) -> list[tuple[str | None, dict[str, tuple[int, str]]]]:
+    """The error of every rank, if any, and its arguments: hash and text by name."""
+    refusal = None if error is None else str(error)[:TEXT_BYTES]
+    described = {name: (_hash(text), text[:TEXT_BYTES]) for name, text in texts.items()}
+    return [json.loads(text) for text in _gather_texts(axes, json.dumps([refusal, described]), step)]
 
 
 def _processes(axes: Sequence[Communicator]) -> str | None:

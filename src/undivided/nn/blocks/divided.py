@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from undivided.arguments.checks import checked_flag
+from undivided.context_parallel import ContextParallel
 from undivided.nn.arguments.tensor_parallel import TensorArguments
 from undivided.nn.blocks.initial_weights import DividedInit
 from undivided.nn.blocks.module import Module
@@ -59,8 +60,8 @@ class DividedModule(Module):
             )
 
     def _shared_state(self) -> dict[str, object]:
-        """What tensor parallel ranks share besides the arguments of a call: modes, rates of dropout, and the options of
-        the layer and the modules in it as they were at the first call."""
+        """What tensor parallel ranks share besides the arguments of a call: modes, frozen parameters, rates of dropout,
+        and the options of the layer and the modules in it as they were at the first call."""
         if self._options_at_first_call is None:
             self._options_at_first_call = {
                 f"layer.{name}" if name else "the options of the layer": f"{type(inner).__name__}({inner.extra_repr()})"
@@ -68,12 +69,20 @@ class DividedModule(Module):
             }
         return {
             "training": self.training,
+            "frozen parameters": ", ".join(n for n, p in self.named_parameters() if not p.requires_grad) or "none",
             "sequence_parallel": self.tensor_parallel.sequence_axis is not None,
             "torch.is_grad_enabled()": torch.is_grad_enabled(),
             "torch.autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             **self._dropout_rates(),
             **self._options_at_first_call,
         }
+
+    def _contexts(self) -> list[ContextParallel]:
+        """The context parallel ranks of each attention of a call that has any, in the order of the call."""
+        names = ("self_attention", "inter_attention")
+        attentions = [getattr(self, name) for name in names if getattr(self, name, None) is not None] or [self]
+        contexts = (getattr(getattr(a, "core_attention", a), "context_parallel", None) for a in attentions)
+        return [cp for cp in contexts if cp is not None]
 
     def _dropout_rates(self) -> dict[str, object]:
         """The probabilities of dropping something, by argument: of the layer, and of the attention in it."""

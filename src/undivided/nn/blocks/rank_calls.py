@@ -2,14 +2,18 @@
 
 Only the outermost layer compares, because it passes the same arguments on to the layers in it. The recomputation of a
 checkpoint compares again: all ranks recompute the same layers in the same order.
+
+Context parallel ranks compare in each attention. So the outermost layer tells them of an error before that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -17,13 +21,14 @@ from torch import Tensor
 
 from undivided.arguments.signature import checked_call
 from undivided.cache import InferenceParams
+from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.exchange.failures import rank_errors
 from undivided.context_parallel.exchange.handshake import digest
 from undivided.nn.arguments.other_names import OTHER_NAMES
 
 
 class Layer(Protocol):
-    """What a layer that is divided over tensor ranks has."""
+    """What a layer over ranks has."""
 
     @property
     def layer_number(self) -> Any:
@@ -35,6 +40,8 @@ class Layer(Protocol):
 
     def _shared_state(self) -> Any: ...
 
+    def _contexts(self) -> list[ContextParallel]: ...
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,9 +52,15 @@ _SHOWN_VALUES = 16
 
 
 class _Running(threading.local):
-    """The call that runs in this thread, for errors; None outside of calls."""
+    """The call of a layer that runs in this thread.
 
-    call: str | None = None
+    Attributes:
+        layer: the outermost layer; None outside of calls.
+        attended: how many of its attentions over context ranks have ended; None while one runs.
+    """
+
+    layer: Layer | None = None
+    attended: int | None = 0
 
 
 _running = _Running()
@@ -55,13 +68,30 @@ _running = _Running()
 
 def running_call() -> str:
     """The layer whose call runs in this thread, for errors."""
-    return _running.call or "a layer"
+    return "a layer" if _running.layer is None else _call(_running.layer)
+
+
+def _call(layer: Layer) -> str:
+    return f"{type(layer).__name__} {layer.layer_number}"
+
+
+def attending(cp: ContextParallel | None) -> AbstractContextManager[None]:
+    """The context of a layer's attention over these context ranks, if any, which tells them of its own errors."""
+    return contextlib.nullcontext() if cp is None or torch.compiler.is_compiling() else _attending()
+
+
+@contextlib.contextmanager
+def _attending() -> Iterator[None]:
+    before, _running.attended = _running.attended, None
+    yield
+    _running.attended = None if before is None else before + 1  # not after an error
 
 
 def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Concatenate[LayerT, P], T]:
     """A layer's forward method that compares its arguments on tensor parallel ranks, and names ranks that fail.
 
-    It is a `checked_call`, too.
+    It tells context parallel ranks of errors before an attention, in which they wait for this rank. It is a
+    `checked_call`, too.
     """
     forward = checked_call(forward, OTHER_NAMES)
     names = tuple(inspect.signature(forward).parameters)[1:]
@@ -69,20 +99,26 @@ def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Conca
 
     @functools.wraps(forward)
     def on_ranks(layer: LayerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        ranks = layer.tensor_parallel.ranks
-        if ranks is None or torch.compiler.is_compiling() or _running.call is not None:
+        if torch.compiler.is_compiling() or _running.layer is not None:
             return forward(layer, *args, **kwargs)
-        call = f"{type(layer).__name__} {layer.layer_number}"
-        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
-        if ranks.check and _is_comparable(next((x for x in arguments.values() if x is not None), None)):
-            texts = {name: _text(value) for name, value in arguments.items()}
-            ranks.compare({"layer": call, **texts, **layer._shared_state()}, call)
-        _running.call = call
+        _running.layer, _running.attended = layer, 0
         try:
+            ranks = layer.tensor_parallel.ranks
+            if ranks is None:
+                return forward(layer, *args, **kwargs)
+            call, arguments = _call(layer), defaults | dict(zip(names, args, strict=False)) | kwargs
+            if ranks.check and _is_comparable(next((x for x in arguments.values() if x is not None), None)):
+                texts = {name: _text(value) for name, value in arguments.items()}
+                ranks.compare({"layer": call, **texts, **layer._shared_state()}, call)
             with rank_errors(f"the forward pass of {call}", ranks.group):
                 return forward(layer, *args, **kwargs)
+        except Exception as error:
+            if _running.attended is not None:
+                for cp in layer._contexts()[_running.attended :][:1]:
+                    cp.tell_of_error(error)
+            raise
         finally:
-            _running.call = None
+            _running.layer = None
 
     return on_ranks
 
