@@ -61,7 +61,8 @@ class ShardedTokens:
                 included.
             kv_len: number of keys; None if keys and queries are the same tokens.
             mask: "balanced" distributes the work of this mask evenly, "zigzag" cuts each of its documents. `attention`
-                is correct with any other mask too, but its work may be less even.
+                is correct with any other mask too, but its work may be less even. A predicate counts by its pairs of
+                the first batch element and head.
 
         Returns:
             A new object that is bound to the placement; this one is unchanged.
