@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from undivided import masks
-from undivided.arguments.checks import checked_choice, checked_flag
+from undivided.arguments.checks import check_type, checked_choice, checked_flag
 from undivided.arguments.graphs import outside_of_graphs
 from undivided.arguments.layout import SEQUENCE_AXIS, Layout
 from undivided.arguments.modes import hidden_from_checkpoints
@@ -30,14 +30,9 @@ from undivided.context_parallel._request import (
 from undivided.context_parallel._schedule import STRATEGIES, Mesh, Strategy
 from undivided.context_parallel._sharded_tokens import ShardedTokens
 from undivided.context_parallel.decode import MergeMethod, decode, prepare_step
+from undivided.context_parallel.exchange import handshake
 from undivided.context_parallel.exchange.collectives import CountingCommunicator, Traffic, process_groups
-from undivided.context_parallel.exchange.handshake import (
-    CALL,
-    SharedArguments,
-    agree_on_seed,
-    prepare_on_all_ranks,
-    tell_of_error,
-)
+from undivided.context_parallel.exchange.handshake import SharedArguments, prepare_on_all_ranks
 from undivided.context_parallel.exchange.values import check_not_recorded, with_values
 from undivided.context_parallel.max_logit import head_maxima
 from undivided.context_parallel.pages.ranks import RanksOfPages
@@ -51,7 +46,7 @@ from undivided.request.seed import draw_number
 from undivided.selection.decision import Decision, decide
 
 
-@checked_methods("__init__", "bind", "shard", "unshard")
+@checked_methods("__init__", "bind", "shard", "tell_of_error", "unshard")
 class ContextParallel(ShardedTokens):
     """Attention over sequences that are spread over ranks: every mask, every layout, every strategy.
 
@@ -145,7 +140,7 @@ class ContextParallel(ShardedTokens):
         """
         check_not_recorded(())
         drawn = draw_number()
-        return drawn if self._axes is None else agree_on_seed(self._axes, drawn)
+        return drawn if self._axes is None else handshake.agree_on_seed(self._axes, drawn)
 
     def tell_of_error(self, error: Exception) -> None:
         """Make the other ranks raise `RankError` in their next call, which this rank will not make, as layers do.
@@ -153,13 +148,17 @@ class ContextParallel(ShardedTokens):
         Args:
             error: the reason, whose text the other ranks show.
 
+        Raises:
+            InputError: it is no exception.
+
         >>> import undivided
         >>> from undivided.context_parallel import simulate
         >>> simulate(1, lambda group: undivided.ContextParallel(group).tell_of_error(ValueError("a wrong width")))
         [None]
         """
+        check_type("error", error, Exception, "an exception")
         if self._axes is not None and self.check:
-            tell_of_error(self._axes, error)
+            handshake.tell_of_error(self._axes, error)
 
     @outside_of_graphs
     @hidden_from_checkpoints
@@ -380,7 +379,7 @@ class ContextParallel(ShardedTokens):
         """The request over all ranks' tokens, and the values that must be the same on all ranks."""
         check_values(request.tensors.q)
         global_request = self._request(request)
-        return global_request, {CALL: call, **shared_arguments(global_request, self.strategy)}
+        return global_request, {handshake.CALL: call, **shared_arguments(global_request, self.strategy)}
 
     def _request(self, request: Request, device: str | None = None) -> GlobalRequest:
         check_local(request)

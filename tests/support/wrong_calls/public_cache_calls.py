@@ -162,6 +162,7 @@ def _context_calls() -> dict[str, Callable[[], PublicCall]]:
         "shard with a layout": lambda: method_call(
             bound(), "shard", tensor=t(1, 8, 2, 4), layout="bshd", of="q", dim=None
         ),
+        "tell_of_error": lambda: method_call(context_of_one_rank(), "tell_of_error", error=ValueError("a wrong width")),
         "unshard": lambda: method_call(bound(), "unshard", shards=[t(1, 4, 2, 4)] * 2, layout=None, of="q", dim=1),
     }
     return {f"ContextParallel.{name}": call for name, call in calls.items()}

@@ -101,6 +101,7 @@ _TYPES: dict[str, Any] = {
     "MaskFunction": Callable,
     "PredicateFunction": Callable,
     "BaseException": BaseException,
+    "Exception": Exception,
     "Plan": (),
     "Settings": (),
     "StrPath": str,
