@@ -180,3 +180,60 @@ def test_an_error_after_the_last_attention_is_not_told() -> None:
         return cp.seed() >= 0
 
     assert simulate(2, rank, timeout=20.0) == [True, True]
+
+
+def outcomes_of_layers(arguments: list[dict[str, Any]], numbers: tuple[int, int] = (1, 1)) -> list[str]:
+    """The error on each of two ranks that call a layer with these arguments, "" for none; both layers are equal."""
+
+    def rank(group: Any) -> str:
+        torch.manual_seed(0)
+        layer = undivided.MultiheadAttention(32, 4, qkv_format="bshd", layer_number=numbers[group.rank]).eval()
+        layer.set_context_parallel_group(undivided.ContextParallel(group))
+        try:
+            layer(torch.randn(1, 4, 32), **arguments[group.rank])
+        except undivided.InputError as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    return simulate(2, rank, timeout=20.0)
+
+
+def test_layers_over_context_ranks_compare_their_tables_of_angles() -> None:
+    """The ranks computed with different positions, in silence."""
+    angles = undivided.RotaryPositionEmbedding(8)(16)
+    assert outcomes_of_layers([{"rotary_pos_emb": angles}, {"rotary_pos_emb": angles.clone()}]) == ["", ""]
+    one = outcomes_of_layers([{"rotary_pos_emb": angles}, {}])
+    start = "rotary_pos_emb must be the same on every rank, got "
+    assert one[0] == one[1]
+    assert one[0].startswith(start + "[16, 1, 1, 8], torch.float32 (")
+    assert one[0].endswith("on rank 0; None on rank 1")
+    for other in (angles[:12], angles.double(), angles.flip(0), angles * 2, (angles, angles)):
+        assert all(
+            text.startswith(start)
+            for text in outcomes_of_layers([{"rotary_pos_emb": angles}, {"rotary_pos_emb": other}])
+        )
+
+
+def test_context_ranks_compare_which_layer_they_call() -> None:
+    expected = (
+        "layer must be the same on every rank, got MultiheadAttention 1 on rank 0; MultiheadAttention 2 on rank 1"
+    )
+    assert outcomes_of_layers([{}, {}], (1, 2)) == [expected, expected]
+
+
+def test_a_call_without_a_layer_is_not_compared_with_that_of_a_layer() -> None:
+    """A layer that torch.compile runs on some ranks only says nothing of its call."""
+
+    def rank(group: Any) -> Any:
+        torch.manual_seed(0)
+        cp = undivided.ContextParallel(group)
+        core = undivided.DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="no_mask").eval()
+        core.set_context_parallel_group(cp)
+        q = torch.randn(1, 4, 2, 8)
+        if group.rank:
+            return core(q, q, q)
+        mask = undivided.masks.window(None, None, align="bottom_right")
+        return undivided.attention(q, q, q, mask=mask, layout="bshd", context_parallel=cp).flatten(2)
+
+    first, second = simulate(2, rank, timeout=20.0)
+    assert torch.allclose(first, second, atol=1e-6)

@@ -1,8 +1,8 @@
 """The check, before anything else is sent, that all ranks make the same call.
 
-Every rank sends one hash of all values that must be the same on all ranks, and a flag that says whether it refused its
-arguments: 16 bytes. If all hashes are equal and no flag is set, the check is over. Otherwise every rank sees that; all
-of them then exchange texts, and all raise.
+Every rank sends a flag that says whether it refused its arguments, a hash of all values that must be the same on all
+ranks, a hash of those of the layer that makes the call, and its place in the grid of ranks: 56 bytes. If the hashes are
+equal and no flag is set, the check is over. Otherwise every rank sees that; all of them then exchange texts, and raise.
 
 Nothing is cached between calls: a rank that skipped the check would leave the other ranks waiting for it.
 """
@@ -13,7 +13,8 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -33,6 +34,9 @@ TEXT_BYTES = 480
 _PREPARED, _REFUSED, _SEED = range(3)
 """The first number that a rank sends: whether a hash of arguments, nothing valid, or a seed follows."""
 
+_NO_CALLER = 0
+"""The number that a rank sends instead of a hash if no caller has arguments to compare."""
+
 SharedArguments = Mapping[str, object]
 """The values that must be the same on all ranks, by the name of the argument that they come from."""
 
@@ -40,6 +44,35 @@ CALL = "the call"
 """The name of the first of them: calls over different exchanges must not be taken for each other."""
 
 T = TypeVar("T")
+
+
+class _Caller(threading.local):
+    """What makes the calls of this thread.
+
+    Attributes:
+        describe: returns the arguments of the caller that all ranks must share; None without a caller that says so.
+    """
+
+    describe: Callable[[], SharedArguments] | None = None
+
+
+_caller = _Caller()
+
+
+@contextlib.contextmanager
+def called_by(describe: Callable[[], SharedArguments]) -> Iterator[None]:
+    """The context of a caller, such as a layer, whose own arguments are compared in each of its calls.
+
+    Ranks without a caller are not compared with the others: a compiled layer is none.
+
+    Args:
+        describe: returns the arguments that all ranks must share.
+    """
+    before, _caller.describe = _caller.describe, describe
+    try:
+        yield
+    finally:
+        _caller.describe = before
 
 
 def prepare_on_all_ranks(
@@ -93,12 +126,14 @@ def compare_ranks(
         InputError: an argument differs between ranks.
         RankError: another rank refused its arguments.
     """
-    texts = {} if shared is None else {name: str(value) for name, value in shared.items()}
+    texts = {} if shared is None else _texts(shared)
+    of_caller = {} if shared is None or _caller.describe is None else _texts(_caller.describe())
     state = _PREPARED if error is None else _REFUSED
-    rows = _gather_numbers(axes, state, _hash("\0".join(itertools.chain(*texts.items()))), step)
-    if rows[0][0] != _PREPARED or any(row[:2] != rows[0][:2] for row in rows):
-        _raise_difference(axes, texts, error, step)
-    _check_grid([row[2:] for row in rows])
+    rows = _gather_numbers(axes, state, _hash_of(texts), step, _hash_of(of_caller) if of_caller else _NO_CALLER)
+    callers = {caller for _, _, caller, *_ in rows} - {_NO_CALLER}
+    if rows[0][0] != _PREPARED or any(row[:2] != rows[0][:2] for row in rows) or len(callers) > 1:
+        _raise_difference(axes, texts | of_caller, error, step)
+    _check_grid([row[3:] for row in rows])
 
 
 @hidden_from_checkpoints
@@ -130,12 +165,14 @@ def agree_on_seed(axes: Sequence[Communicator], seed: int) -> int:
     return rows[0][1]
 
 
-def _gather_numbers(axes: Sequence[Communicator], state: int, number: int, step: str) -> list[list[int]]:
-    """The state and the number of every rank, and its place: in two axes, the first process of its group and its rank
-    there."""
+def _gather_numbers(
+    axes: Sequence[Communicator], state: int, number: int, step: str, caller: int = _NO_CALLER
+) -> list[list[int]]:
+    """The state, the number and the caller of every rank, and its place: in two axes, the first process of its group
+    and its rank there."""
     groups = process_groups(axes)
     place = [groups[0][0], axes[0].rank, groups[1][0], axes[1].rank] if len(groups) == 2 else [0] * 4
-    sent = torch.tensor([state, number, *place], dtype=torch.int64, device="cpu")
+    sent = torch.tensor([state, number, caller, *place], dtype=torch.int64, device="cpu")
     return [row.tolist() for row in gather_all(axes, sent, step)]
 
 
@@ -200,6 +237,14 @@ def _gather_texts(axes: Sequence[Communicator], text: str, step: str) -> list[st
     lengths = [int(n) for n in gather_all(axes, torch.tensor(len(data), device="cpu"), step)]
     padded = torch.tensor(list(data.ljust(max(lengths))), dtype=torch.uint8, device="cpu")
     return [bytes(row[:n].tolist()).decode() for row, n in zip(gather_all(axes, padded, step), lengths, strict=True)]
+
+
+def _texts(shared: SharedArguments) -> dict[str, str]:
+    return {name: str(value) for name, value in shared.items()}
+
+
+def _hash_of(texts: Mapping[str, str]) -> int:
+    return _hash("\0".join(itertools.chain(*texts.items())))
 
 
 def _hash(text: str) -> int:

@@ -3,7 +3,8 @@
 Only the outermost layer compares, because it passes the same arguments on to the layers in it. The recomputation of a
 checkpoint compares again: all ranks recompute the same layers in the same order.
 
-Context parallel ranks compare in each attention. So the outermost layer tells them of an error before that.
+Context parallel ranks compare in each attention, with what the outermost layer says of its own call. It tells them of
+an error before that.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -23,7 +24,7 @@ from undivided.arguments.signature import checked_call
 from undivided.cache import InferenceParams
 from undivided.context_parallel import ContextParallel
 from undivided.context_parallel.exchange.failures import rank_errors
-from undivided.context_parallel.exchange.handshake import digest
+from undivided.context_parallel.exchange.handshake import SharedArguments, called_by, digest
 from undivided.nn.arguments.other_names import OTHER_NAMES
 
 
@@ -101,17 +102,19 @@ def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Conca
     def on_ranks(layer: LayerT, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_compiling() or _running.layer is not None:
             return forward(layer, *args, **kwargs)
+
+        def arguments() -> dict[str, Any]:
+            return defaults | dict(zip(names, args, strict=False)) | kwargs
+
         _running.layer, _running.attended = layer, 0
         try:
-            ranks = layer.tensor_parallel.ranks
-            if ranks is None:
-                return forward(layer, *args, **kwargs)
-            call, arguments = _call(layer), defaults | dict(zip(names, args, strict=False)) | kwargs
-            if ranks.check and _is_comparable(next((x for x in arguments.values() if x is not None), None)):
-                texts = {name: _text(value) for name, value in arguments.items()}
-                ranks.compare({"layer": call, **texts, **layer._shared_state()}, call)
-            with rank_errors(f"the forward pass of {call}", ranks.group):
-                return forward(layer, *args, **kwargs)
+            with called_by(lambda: _of_context_ranks(layer, arguments())):
+                ranks = layer.tensor_parallel.ranks
+                if ranks is None:
+                    return forward(layer, *args, **kwargs)
+                _compare_on_tensor_ranks(layer, arguments())
+                with rank_errors(f"the forward pass of {_call(layer)}", ranks.group):
+                    return forward(layer, *args, **kwargs)
         except Exception as error:
             if _running.attended is not None:
                 for cp in layer._contexts()[_running.attended :][:1]:
@@ -121,6 +124,28 @@ def on_all_ranks(forward: Callable[Concatenate[LayerT, P], T]) -> Callable[Conca
             _running.layer = None
 
     return on_ranks
+
+
+def _compare_on_tensor_ranks(layer: Layer, arguments: Mapping[str, Any]) -> None:
+    """Raise on every tensor parallel rank unless they share the arguments of this call and the state of the layer."""
+    ranks, call = layer.tensor_parallel.ranks, _call(layer)
+    if ranks.check and _is_comparable(next((x for x in arguments.values() if x is not None), None)):
+        texts = {name: _text(value) for name, value in arguments.items()}
+        ranks.compare({"layer": call, **texts, **layer._shared_state()}, call)
+
+
+def _of_context_ranks(layer: Layer, arguments: Mapping[str, Any]) -> SharedArguments:
+    """What context parallel ranks share besides what an attention compares: the layer, and the angles of positions."""
+    angles = arguments.get("rotary_pos_emb")
+    tables = angles if isinstance(angles, tuple | list) else (angles,)
+    return {"layer": _call(layer), "rotary_pos_emb": f"{_text(angles)}{''.join(map(_first_and_last_row, tables))}"}
+
+
+def _first_and_last_row(table: object) -> str:
+    """A hash of these rows of a table in the memory of a CPU: parts of a table differ in them."""
+    if not isinstance(table, Tensor) or not _is_comparable(table) or not table.numel() or not table.dim():
+        return ""
+    return f" ({digest(table[[0, -1]]):x})"
 
 
 def _is_comparable(x: object) -> bool:
